@@ -39,6 +39,7 @@ from cxlkv.emulation.profiles import named
 from cxlkv.errors import ClosedError, CXLKVError, ReleasedError, StaleError, WorkerError
 from cxlkv.gpu.mailbox import Mailbox
 from cxlkv.gpu.mapping import Mapping
+from cxlkv.gpu.read import PageReader
 from cxlkv.machine import lifetime
 from cxlkv.ops.metrics import PoolCollector, StatsCollector
 from cxlkv.pages import layout_crc
@@ -538,6 +539,16 @@ def a_mapping(world: World) -> Subject:
     return Subject(mapping, lambda: mapping.tensor, mapping.close, ClosedError)
 
 
+def a_reader_of_pages(world: World) -> Subject:
+    reader = PageReader(world.pool(), torch.device("cpu"))
+
+    def use() -> None:
+        with reader.using():
+            pass
+
+    return Subject(reader, use, reader.close, ClosedError)
+
+
 class Row(NamedTuple):
     """covers: names of public classes, and of those with threads, locks or sockets."""
 
@@ -584,6 +595,7 @@ OBJECTS = (
     Row(a_model_with_hints, "Hints"),
     Row(a_mailbox, "Mailbox"),
     Row(a_mapping, "Mapping"),
+    Row(a_reader_of_pages, "PageReader"),
 )
 VALUES = {
     "Budget",

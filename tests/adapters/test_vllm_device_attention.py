@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from cxlkv import CXLPool
 from cxlkv.gpu import streams
 from cxlkv.sequence import Batch
 
+from ..support.damaging import damage_piece
 from ..support.paged_engine import TOKENS, Grouping, text
-from ..support.paged_engines import Engines, engines_in
+from ..support.paged_engines import Engines, engines_in, use_references
 
 torch = pytest.importorskip("torch", reason="the engine's blocks are torch's")
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ from cxlkv.adapters.vllm import device_attention, device_blocks  # noqa: E402  t
 from cxlkv.adapters.vllm.device_attention import DeviceAttention  # noqa: E402
 from cxlkv.adapters.vllm.device_blocks import DeviceMemory, Link  # noqa: E402
 from cxlkv.adapters.vllm.loading import Load, Part  # noqa: E402
+from cxlkv.gpu.read import PageReader  # noqa: E402
 
 
 @pytest.fixture
@@ -43,15 +46,38 @@ def test_what_the_engine_queues_behind_a_step_waits_for_the_gathers(
     assert called[called.index("gather") :] == ["gather"] * 3 + ["fence"]
 
 
-def noted(called: list[str], name: str) -> object:
-    """The method of a Link, which enters its name there."""
-    method = getattr(Link, name)
+def noted(called: list[str], name: str, kind: type = Link) -> object:
+    """The method, which enters its name there."""
+    method = getattr(kind, name)
 
-    def call(*given: object) -> object:
+    def call(*given: object, **named: object) -> object:
         called.append(name)
-        return method(*given)
+        return method(*given, **named)
 
     return call
+
+
+def test_a_device_that_has_the_pool_registered_reads_it_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The host copies where something was wrong, and says what."""
+    use_references(monkeypatch)
+    grouping, copied, read = Grouping(on_device=True, reads=True), list[str](), list[str]()
+    for kind, name, calls in ((Batch, "fetch_blocks", copied), (PageReader, "copy", read)):
+        monkeypatch.setattr(kind, name, noted(calls, name, kind))
+    with engines_in(tmp_path, grouping=grouping) as engines:
+        first, second = engines(), engines()
+        first.serve("a", text(1, 30))
+        first.step()
+        second.serve("b", text(1, 30))
+        assert len(read) == 3
+        assert not copied
+        with CXLPool.open(engines.paths[0], threads=1) as pool:
+            damage_piece(pool, 3, 1)
+        third = engines()
+        third.serve("c", text(1, 30))
+        assert copied
+        assert "page 3, layer 1, kv head 0: the CRC" in caplog.text
 
 
 def test_memory_goes_back_in_order_also_behind_a_step_that_did_not_end(

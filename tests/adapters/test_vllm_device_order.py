@@ -25,12 +25,14 @@ torch = pytest.importorskip("torch", reason="the engine's blocks are torch's")
 if TYPE_CHECKING:
     from torch import Tensor
 
-from cxlkv.adapters.vllm.device_blocks import DeviceMemory, Link, Staged  # noqa: E402
+from cxlkv.adapters.vllm.device_blocks import DeviceMemory, Link, Reading, Staged  # noqa: E402
 from cxlkv.adapters.vllm.device_states import DeviceStates, StagedStates  # noqa: E402
 from cxlkv.adapters.vllm.saving import Ring  # noqa: E402
 from cxlkv.adapters.vllm.states import Bytes, StateLayer, StateMemory  # noqa: E402
+from cxlkv.gpu.read import PageReader  # noqa: E402
 
 from ..support.late_streams import Schedule, Site  # noqa: E402
+from ..support.paged_engines import use_references  # noqa: E402
 
 HEADS, TOKENS, DIM, BLOCKS = 2, 4, 8, 8
 STATE_BYTES = (100, 40)  # of two layers, each of its own group
@@ -48,9 +50,17 @@ SITES = {
     "device_blocks.send.record": 1,
     "device_blocks.send_states.record": 1,
     "device_states.read.synchronize": 1,
+    "device_blocks.room.record": 1,
+    "device_blocks.read.record": 1,
+    "copier._begin.wait_event": 1,
+    "copier._end.record": 1,
+    "device_blocks.read.wait_event": 1,
     "device_blocks.end_loads.record": 1,
     "device_blocks.end_loads.synchronize": 1,
+    "read.using.synchronize": 1,
 }
+UNSEEN = ("device_blocks.room.record", "read.using.synchronize")
+"""Waits for an allocator that gives memory away early, and for what an error has left."""
 
 
 @dataclass
@@ -99,6 +109,7 @@ class Engine:
         self.kept.append(0, *(one.swapaxes(0, 1) for one in made))
         blocks = made.reshape(2, HEADS, 4, TOKENS, DIM).transpose(2, 1, 3, 0, 4)
         self.stored = blocks.reshape(4, HEADS, TOKENS, 2 * DIM)
+        self.reader = PageReader(pool, self.link.device)
 
     def some(self) -> list[int]:
         return self.random.sample(range(BLOCKS), self.random.randint(1, 4))
@@ -180,12 +191,30 @@ class Engine:
             self.states_now.scatter(found.checkpoint, to)
         self.link.end_loads()
 
+    def load_directly(self) -> None:
+        """Out of the pool; what is read is right there."""
+        self.link.begin_loads(self.link.mark())
+        size = 2 * self.memory.bytes_of(1)
+        with self.reader.using():
+            rooms = [self.link.room(size) for _ in range(2)]
+            free = self.random.sample(range(BLOCKS), 4)
+            numbers = self.link.load_numbers(self.memory, free)
+            listed = self.reader.pages(0, [(self.kept, 0, 4)])
+            reading = Reading(self.reader, listed, numbers)
+            for turn, begin in enumerate((0, 2, 3)):
+                some = slice(begin, begin + 1 + (begin == 0))
+                self.link.read(reading, self.memory, 0, some, rooms[turn % 2])
+            self.now[free] = self.stored
+            self.link.end_loads()
+            self.is_right = self.is_right and not listed.found.any()
+
     def run(self) -> bool:
         for _ in range(STEPS):
             self.link.fence()
             saves = [self.save, self.save_states]
             lands = [self.land, self.land_states]
-            for act in self.random.choices([self.write, self.look, *saves, *lands, self.load], k=4):
+            loads = [self.load, self.load_directly]
+            for act in self.random.choices([self.write, self.look, *saves, *lands, *loads], k=4):
                 act()
                 if act in saves:
                     self.link.fence()  # a step begins
@@ -202,13 +231,15 @@ def run(seed: int, site: Site | None = None) -> tuple[bool, Schedule]:
     layout = KVLayout(layers=1, kv_heads=HEADS, head_dim=DIM, page_tokens=TOKENS, dtype="float32")
     schedule = Schedule(seed)
     schedule.dropped = site
-    with CXLPool.create("anonymous:", layout=layout, capacity="4MiB") as pool:
+    with CXLPool.create("anonymous:", layout=layout, capacity="4MiB", checksum=False) as pool:
         with pytest.MonkeyPatch.context() as patch:
+            use_references(patch)
             schedule.stand_in(patch)
             engine = Engine(seed, schedule, pool)
             with schedule:
                 is_right = engine.run()
         engine.kept.release()
+        engine.reader.close()
     return is_right, schedule
 
 
@@ -223,7 +254,7 @@ def test_blocks_are_those_of_any_order(seed: int, orders: int) -> None:
     assert {name: len(sites) for name, sites in names.items()} == SITES
 
 
-@pytest.mark.parametrize("name", SITES)
+@pytest.mark.parametrize("name", [name for name in SITES if name not in UNSEEN])
 def test_a_wait_that_is_left_out_is_seen(seed: int, name: str) -> None:
     sites = [one for one in run(seed)[1].sites if ".".join(one[:3]) == name]
     assert len(sites) == SITES[name]

@@ -29,18 +29,22 @@ from ..support.paged_engine import (
     text,
     words_of,
 )
-from ..support.paged_engines import Engines, engines_in
+from ..support.paged_engines import Engines, engines_in, use_references
 from ..support.weight_files import change, safetensors
 
 
-@pytest.fixture(params=["host", "device", "device, few blocks at once"])
+@pytest.fixture(params=["host", "device", "device, few blocks at once", "reads", "reads, few"])
 def engines(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Engines]:
     if "few" in request.param:
         device_blocks = pytest.importorskip("cxlkv.adapters.vllm.device_blocks")
         monkeypatch.setattr(device_blocks, "LOAD_BYTES", 3 * 2 * 2 * TOKENS * 8 * 4)  # of 3
-    with engines_in(tmp_path, grouping=Grouping(on_device=request.param != "host")) as made:
+    reads = "reads" in request.param
+    if reads:
+        use_references(monkeypatch)
+    grouping = Grouping(on_device=request.param != "host", reads=reads)
+    with engines_in(tmp_path, grouping=grouping) as made:
         yield made
 
 

@@ -21,7 +21,7 @@ from cxlkv.pages import layer_places
 
 from ..support.damaging import damage_piece
 from ..support.paged_engine import SPACE, TOKENS, Engine, Grouping, text
-from ..support.paged_engines import Engines, engines_in
+from ..support.paged_engines import Engines, engines_in, use_references
 
 FULL, WINDOW = BlockGroup(TOKENS), BlockGroup(TOKENS, 10)
 GROUPINGS = {
@@ -34,10 +34,19 @@ GROUPINGS = {
     "two windows": Grouping((FULL, WINDOW, BlockGroup(TOKENS, 21)), (2, 2, 2), (0, 1, 2)),
 }
 GROUPINGS |= {f"{name}, device": replace(of, on_device=True) for name, of in GROUPINGS.items()}
+GROUPINGS |= {
+    name.replace("device", "reads"): replace(of, reads=True)
+    for name, of in GROUPINGS.items()
+    if of.on_device and len(set(of.heads)) == 1
+}
 
 
 @pytest.fixture(params=GROUPINGS)
-def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engines]:
+def engines(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Engines]:
+    if GROUPINGS[request.param].reads:
+        use_references(monkeypatch)
     with engines_in(tmp_path, blocks=600, grouping=GROUPINGS[request.param]) as made:
         yield made
 

@@ -58,6 +58,7 @@ def test_blocks_come_back_to_the_byte(
     no layer calls, as in a replayed graph. Of a damaged page the block does not arrive."""
     worker = worker_of(pool, BLOCKS, device, order=order, ratio=1 + (kind == "short blocks"))
     attention, keys, layers = worker.attention, keys_of(1, 40), range(LAYERS)
+    assert (attention._reader is not None) == (device.type == "cuda")
     blocks = list(range(1, 41))
     worker.step(worker.begin_text("a", keys, blocks), blocks, hooks)
     right = [worker.bits(layer, blocks) for layer in layers]

@@ -23,7 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from cxlkv.gpu import copier, decode, index, recent, resident, streams, write
+from cxlkv.gpu import copier, decode, index, read, recent, resident, streams, write
 from cxlkv.gpu.mailbox import Mailbox
 from cxlkv.kernels import slots
 from cxlkv.kernels.encode import Encoded, encode
@@ -35,6 +35,7 @@ KERNELS: list[tuple[object, tuple[str, ...]]] = [
     (index, ("score", "choose", "copy_fragments")),
     (slots, ("assign", "residents", "invalidate")),
     (copier, ("move",)),
+    (read, ("check_pieces", "page_sources")),
     (resident, ("attend", "check_pieces", "copy_fragments", "known_pages", "page_sources")),
 ]
 """Launches that return nothing but what they were given to write to."""

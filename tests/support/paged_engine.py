@@ -48,13 +48,15 @@ NULL = 0  # the block in the place of those that the engine has let go of
 @dataclass(frozen=True)
 class Grouping:
     """Groups of the engine, the kv heads of their layers in a rank, and of each layer its group,
-    those with K and V and those with states apart. on_device: its blocks are as on one."""
+    those with K and V and those with states apart. on_device: its blocks are as on one; reads: one
+    that has the pool registered."""
 
     groups: tuple[BlockGroup, ...] = (BlockGroup(TOKENS),)
     heads: tuple[int, ...] = (2,)
     of_layer: tuple[int, ...] = (0,) * LAYERS
     states: tuple[int, ...] = ()
     on_device: bool = False
+    reads: bool = False
 
     def memory(self, blocks: int) -> StateMemory | None:
         """Layers with states in so many blocks; None: there are no such layers."""
@@ -225,6 +227,17 @@ class Rank:
             tiers=tiers,
             quota=quota_of(tiers, settings, 1 / ranks),
         )
+        if grouping.reads:
+            self._let_read(pool)
+
+    def _let_read(self, pool: CXLPool) -> None:
+        import torch
+
+        from cxlkv.adapters.vllm.device_attention import DeviceAttention
+        from cxlkv.gpu.read import PageReader
+
+        assert isinstance(self.worker, DeviceAttention)
+        self.worker._reader = PageReader(pool, torch.device("cpu"))
 
     def _on_device(self, shapes: Sequence[tuple[int, ...]]) -> MakeWorker:
         """Blocks as on a device, K beside V in each row; its memory is the host's."""

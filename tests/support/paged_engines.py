@@ -7,11 +7,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from cxlkv import CXLPool
 from cxlkv.adapters.vllm.settings import Settings
 
 from ..conftest import audit
 from .paged_engine import SPACE, Engine, Grouping, layout_of, make_pool
+
+
+def use_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the kernels of Grouping.reads: an interpreter works in one thread at a time."""
+    for name in ("checks", "sources"):
+        module = pytest.importorskip(f"cxlkv.kernels.{name}")
+        monkeypatch.setattr(module, "runs_triton", lambda device: False)
 
 
 class Engines:

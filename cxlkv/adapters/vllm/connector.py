@@ -522,19 +522,16 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             published_by = self._ranks.count if self._in_pool else self._ranks.pools
             self._quotas[number] = quota_of(tiers, settings, 1 / published_by)
         self.looking[number] = Looking(
-            tiers, quota=self._quotas[number], device=self._device_counts
+            tiers, quota=self._quotas[number], device=partial(self._device_counts, number)
         )
         pool.admin.audit = settings.audit
         if settings.worker:
             pool.use_worker()
         return tiers
 
-    def _device_counts(self) -> Counter[str]:
-        found = Counter[str]()
-        for worker in self._workers:
-            if isinstance(worker, PoolAttention):
-                found.update(worker.device_counts())
-        return found
+    def _device_counts(self, number: int) -> dict[str, int]:
+        made = self._workers[number : number + 1]  # none before the model's layers are known
+        return made[0].device_counts() if made else {}
 
     def _make_pool_attention(
         self, layers: Mapping[str, object], device: torch.device

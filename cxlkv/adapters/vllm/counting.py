@@ -254,8 +254,14 @@ class Looking:
         self._parts = self._pool.pages.geometry["part_count"]
         self._page_tokens = self._pool.layout.page_tokens
         self._page_bytes, _ = self._pool.records.shape
-        self._told = {**_own(tiers, self._pool.admin.overview()), **device()}
+        self._told: Mapping[str, float] = self._counts(self._pool.admin.overview())
         self._next_s = clock()
+
+    def _counts(self, overview: Overview) -> dict[str, float]:
+        found = _own(self._tiers, overview)
+        for name, count in self._device().items():
+            found[name] = found.get(name, 0) + count
+        return found
 
     def take(self) -> Figures | None:
         """What is new, None when it is too early or the pool is gone. Never raises for a pool."""
@@ -264,7 +270,7 @@ class Looking:
             return None
         try:
             overview, there = self._pool.admin.overview(), hosts(self._pool)
-            counts = {**_own(self._tiers, overview), **self._device()}
+            counts = self._counts(overview)
             capacity = self._capacity(overview)
         except (CXLKVError, OSError):
             self._next_s = begin_s + LOOK_EVERY_S

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from cxlkv.adapters.vllm.device_blocks import DeviceMemory, Link
+from cxlkv.adapters.vllm.device_loads import DeviceLoad, reader_of
 from cxlkv.adapters.vllm.device_states import DeviceStates
 from cxlkv.adapters.vllm.engine_attention import ALONE, EngineAttention, Share, _Writing
 from cxlkv.adapters.vllm.groups import BlockGroup
@@ -84,19 +85,23 @@ class DeviceAttention(EngineAttention):
             threaded=threaded,
         )
         self._saves_now: list[Save] = []
+        self._reader, self._read_before = reader_of(pool, link.device), 0
 
     def _ring_of(self, size: int) -> Ring:
         """size: of a unit, or of the states behind it."""
         return Ring(max(size, min(self._units * size, ROOM_BYTES)), self._link.device)
 
     def reopened(self, pool: CXLPool, tiers: Tiers | None = None) -> None:
+        self._read_before += self._reader.bytes if self._reader else 0
+        self._reader = None  # the old one has ended with its pool
         super().reopened(pool, tiers)
         self._saver.reopened(pool, self.tiers)
+        self._reader = reader_of(pool, self._link.device)
 
     # ---- loads ----
 
     def _load(self, parts: list[Part]) -> Load:
-        return Load(self.pool, parts, self.settings.deadline_s, self._link)
+        return DeviceLoad(self.pool, parts, self.settings.deadline_s, self._link, self._reader)
 
     def start_loads(self) -> None:
         super().start_loads()
@@ -280,6 +285,11 @@ class DeviceAttention(EngineAttention):
         self._take_outcome()
         return super().report()
 
+    def device_counts(self) -> dict[str, int]:
+        return {"fetched_bytes": self._read_before + (self._reader.bytes if self._reader else 0)}
+
     def close(self) -> None:
         self._saver.close()
         super().close()
+        if self._reader is not None:
+            self._reader.close()

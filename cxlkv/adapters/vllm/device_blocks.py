@@ -22,6 +22,7 @@ import torch
 from cxlkv.adapters.vllm.loading import BlockMemory
 from cxlkv.errors import CXLKVError
 from cxlkv.gpu import streams
+from cxlkv.gpu.read import PageList, PageReader
 from cxlkv.sequence import Batch
 
 RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -138,6 +139,42 @@ class Link:
             spread(here)
             buffer.free.record(self._loads)
 
+    def room(self, size: int) -> Room:
+        """Memory of the device for what is loaded; raises torch.OutOfMemoryError."""
+        with streams.use(self._loads):
+            made = Room(torch.empty(size, dtype=torch.uint8, device=self.device))
+            made.free.record(self._loads)
+        return made
+
+    def load_numbers(self, memory: DeviceMemory, blocks: npt.ArrayLike) -> torch.Tensor:
+        """As numbers(), for read()."""
+        with streams.use(self._loads):
+            return memory.kernel_blocks(blocks)
+
+    def read(
+        self, reading: Reading, memory: DeviceMemory, layer: int, some: slice[int, int], room: Room
+    ) -> None:
+        """These of the blocks come from the pool's pages, by way of memory of the device."""
+        reader, listed = reading.reader, reading.pages
+        each = memory.tokens // reader.pool.layout.page_tokens
+        count, pages = some.stop - some.start, slice(some.start * each, some.stop * each)
+        out, place = list[torch.Tensor](), 0
+        for own in memory.parts:
+            shape = (count * each, own.shape[1], memory.tokens // each, own.shape[3])
+            size = prod(shape) * memory.dtype.itemsize
+            out.append(room.memory[place : place + size].view(own.dtype).view(shape))
+            place += size
+        copied = reader.copy(listed, layer, pages, out, room.free)
+        with streams.use(self._loads):
+            self._loads.wait_event(copied.event)
+            reader.check(listed, layer, pages, out)
+            ids = reading.numbers[some.start * memory.ratio : some.stop * memory.ratio]
+            for found, own in zip(out, memory.parts, strict=True):
+                whole = found.view(count, each, *found.shape[1:]).transpose(1, 2)
+                memory.scatter(own, ids, whole.reshape(count, own.shape[1], memory.tokens, -1))
+            room.free.record(self._loads)
+        streams.lend(room.memory, reader.stream)
+
     def end_loads(self) -> None:
         """Wait until all is in the engine's blocks."""
         done = streams.event(self.device, sleeps=True)
@@ -146,6 +183,22 @@ class Link:
 
 
 Shapes = Sequences[tuple[int, ...]]
+
+
+class Room:
+    """free: when the device has read it."""
+
+    def __init__(self, memory: torch.Tensor):
+        self.memory, self.free = memory, streams.event(memory.device)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Pages that go to blocks of layers; numbers: of kernels' blocks, on the device."""
+
+    reader: PageReader
+    pages: PageList
+    numbers: torch.Tensor
 
 
 class _Buffer:

@@ -719,6 +719,10 @@ class EngineAttention:
         self._told, found.saves = counts, self._share.saves
         return found
 
+    def device_counts(self) -> dict[str, int]:
+        """Bytes that a device has read itself."""
+        return {}
+
     def close(self) -> None:
         for _, load in self._beside:
             load.give_up()
