@@ -17,7 +17,7 @@ import pytest
 
 from cxlkv import Budget, CXLPool
 from cxlkv.adapters.vllm.messages import Message
-from cxlkv.errors import MemoryShortError, UnsupportedError, WorkerError
+from cxlkv.errors import GpuMemoryError, MemoryShortError, UnsupportedError, WorkerError
 
 pytest.importorskip("torch", reason="vLLM's tensors are torch's")
 
@@ -489,6 +489,41 @@ def test_a_pool_that_is_opened_anew_needs_the_device_memory_of_one(
         gc.enable()
     assert there == [None]
     attention.close()
+
+
+@METHODS
+@pytest.mark.parametrize("name", ["Decoder", "GpuWrites", "pinned"])
+def test_a_device_without_memory_for_a_pool_that_is_open_again_is_asked_again(
+    tmp_path: Path, name: str, method: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile requests are computed from their own K and V."""
+
+    def short(*given: object, **named: object) -> object:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    lost = CXLPool.create(tmp_path / "b.pool", layout=layout(), capacity=CAPACITY)
+    attention = on_device(lost, method, device)
+    one, two = Text("one", 90), Text("two", 90)
+    assert are_right(attention, Message(started=[one.start(1)]), [(1, one, 0, 60)], device)
+    assert are_right(attention, Message(), [(1, one, 60, 1)], device)
+    lost.close()
+    with CXLPool.create(tmp_path / "c.pool", layout=layout(), capacity=CAPACITY) as again:
+        for tokens in (40, 30):
+            with monkeypatch.context() as patch:
+                patch.setattr(subject, name, short)
+                with pytest.raises(GpuMemoryError, match="open again: the GPU has too little"):
+                    attention.reopened(again)
+            message = Message(ended=["two"], started=[two.start(2)])
+            rows = [(1, one, 0, tokens), (2, two, 0, tokens)]
+            assert are_right(attention, message, rows, device)
+            assert attention.device_counts()["hot_bytes"] == 0
+            attention.tiers.close()
+        attention.reopened(again)
+        message = Message(ended=["one", "two"], started=[one.start(1)])
+        assert are_right(attention, message, [(1, one, 0, 60)], device)
+        assert not attention.bad_blocks()
+        assert are_right(attention, Message(), [(1, one, 60, 1)], device)
+        attention.close()
 
 
 def test_layers_of_one_decoder_are_alike(pool: CXLPool) -> None:

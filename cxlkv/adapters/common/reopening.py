@@ -29,7 +29,7 @@ class Reopening(Closing, Generic[Kind]):
     """Looks after `pool`. Where one host only uses it there is nothing to do, and no thread.
 
     again: opens it as it was opened first. every_s: between two looks, and between two attempts.
-    look: what else is to be done at each look. close() closes what was opened and not taken; the
+    look: what else is to be done at each look. close() closes what was opened and not used; the
     pool at hand is its user's.
     """
 
@@ -42,6 +42,7 @@ class Reopening(Closing, Generic[Kind]):
     ):
         self._pool, self._again, self._every_s, self._look = pool, again, every_s, look
         self._opened: Kind | None = None
+        self._unused: Kind | None = None  # that its user could not go on in, until the next look
         self._changed = threading.Condition()
         self._ended = False
         self._said = ""
@@ -63,6 +64,21 @@ class Reopening(Closing, Generic[Kind]):
             opened, self._opened = self._opened, None
         return opened
 
+    def use(self, go_on: Callable[[Kind], object]) -> Exception | None:
+        """Go on in the pool that was opened since the last call. Where that fails, the call after
+        the next look tries again; returns why. Meanwhile the engine computes."""
+        pool = self.take()
+        if pool is None:
+            return None
+        try:
+            go_on(pool)
+        except (CXLKVError, MemoryError, OSError) as error:
+            self._say(f"{pool.path} is open again, and cannot be used yet: {error}")
+            with self._changed:
+                self._unused = pool
+            return error
+        return None
+
     def close(self) -> None:
         """Waits for an attempt that is under way, a lease or two."""
         with self._changed:
@@ -70,7 +86,7 @@ class Reopening(Closing, Generic[Kind]):
             self._changed.notify()
         if self._thread is not None:
             self._thread.join()
-        left = self.take()
+        left = self.take() or self._unused
         if left is not None:
             left.close()
 
@@ -82,6 +98,7 @@ class Reopening(Closing, Generic[Kind]):
                 self._look()
             try:
                 self._pool.admin.hosts()  # this raises, too, where no other call is made
+                self._offer()
             except (FencedError, HostError) as error:
                 if self._leave(error):
                     self._return()
@@ -102,6 +119,13 @@ class Reopening(Closing, Generic[Kind]):
             return False
         log.warning("cxlkv: %s: %s; the engine computes until it is", self._pool.path, error)
         return True
+
+    def _offer(self) -> None:
+        """take() has the pool once more whose use has failed, unless it was lost meanwhile."""
+        with self._changed:
+            if self._unused is self._pool:
+                self._opened = self._pool
+            self._unused = None
 
     def _return(self) -> None:
         while self._goes_on():

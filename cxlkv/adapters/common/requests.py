@@ -279,7 +279,7 @@ class PoolRequests:
         "audit"."""
         return Counter(self._failures)
 
-    def fail(self, kind: str, error: CXLKVError) -> None:
+    def fail(self, kind: str, error: Exception) -> None:
         self._failures.add(kind, error)
 
 

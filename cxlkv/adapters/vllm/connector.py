@@ -312,14 +312,15 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
     def _take_reopened(self) -> None:
         """The pools that were lost and are there again; by number."""
         for number, reopening in enumerate(self._reopening):
-            pool = reopening.take()
-            if pool is None:
-                continue
-            tiers = None
-            if self._is_tiered:
-                with suppress(CXLKVError):  # without them it matches in the pool alone
-                    tiers = self._tiers_to_match(pool)
-                    self.moves[number] = Moves(tiers)
+            error = reopening.use(partial(self._match_in, number))
+            if error is not None:
+                self._scheduler.failures.add("match", error)
+
+    def _match_in(self, number: int, pool: CXLPool) -> None:
+        self._scheduler.reopened(number, pool, None)  # without tiers it matches in the pool alone
+        if self._is_tiered:
+            tiers = self._tiers_to_match(pool)
+            self.moves[number] = Moves(tiers)
             self._scheduler.reopened(number, pool, tiers)
 
     def request_finished(
@@ -518,6 +519,15 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         """The worker's, whose figures are shown from now on."""
         settings = self.settings
         tiers = open_tiers(pool, settings, 1 / self._ranks.pools, local=settings.local)
+        try:
+            self._show(number, tiers)
+        except Exception:
+            tiers.close()
+            raise
+        return tiers
+
+    def _show(self, number: int, tiers: Tiers) -> None:
+        settings, pool = self.settings, tiers.pool
         if number not in self._quotas:
             published_by = self._ranks.count if self._in_pool else self._ranks.pools
             self._quotas[number] = quota_of(tiers, settings, 1 / published_by)
@@ -527,7 +537,6 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         pool.admin.audit = settings.audit
         if settings.worker:
             pool.use_worker()
-        return tiers
 
     def _device_counts(self, number: int) -> dict[str, int]:
         made = self._workers[number : number + 1]  # none before the model's layers are known
@@ -571,15 +580,18 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             return
         own = zip(self._ranks.own, self._workers, self._reopening, strict=True)
         for number, worker, reopening in own:
-            pool = reopening.take()
-            if pool is None:
-                continue
-            with suppress(CXLKVError):  # of a pool that was closed
-                worker.tiers.close()
-            with suppress(CXLKVError):  # lost once more: it will be there again
-                worker.reopened(pool, self._tiers_of(number, pool))
+            error = reopening.use(partial(self._go_on_in, number, worker))
+            if error is not None:
+                worker.requests.fail("save", error)
         assert self._loaded is not None, "made with the workers"
         self._loaded.hear(connector_metadata.message, self._workers)
+
+    def _go_on_in(
+        self, number: int, worker: EngineAttention | PoolAttention, pool: CXLPool
+    ) -> None:
+        with suppress(CXLKVError):  # of a pool that was closed
+            worker.tiers.close()
+        worker.reopened(pool, self._tiers_of(number, pool))
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
         for worker in self._workers:

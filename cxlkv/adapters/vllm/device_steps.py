@@ -132,14 +132,14 @@ class DeviceSteps:
         )
         self.writes, self.chunks = GpuWrites(pool), GpuChunks(pool)
         self.writes.prepare(engine.device)
-        self.pool, self.is_lost = pool, False
-        pool.before_close(self._lose)  # before the device's use of its memory ends
         self._placed: dict[str, _Placed] = {}
         # Which row of a step each row of the decoder is, and the other way round: a graph may have
         # more rows than requests may run.
         both = (2, 2 * engine.requests * engine.rows)
         self._numbers_host = pinned(*both, dtype=torch.int64, device=engine.device)
         self._numbers = torch.zeros(both, dtype=torch.int64, device=engine.device)
+        self.pool, self.is_lost = pool, False
+        pool.before_close(self._lose)  # before the device's use of its memory ends
 
     def _hot_pages(self, layout: KVLayout, budget: Budget, pages_max: int) -> int:
         """Slots of each head; 0: the host attends to what it chooses."""
@@ -312,7 +312,10 @@ class DeviceSteps:
         return errors
 
     def counts(self) -> dict[str, int]:
-        """Bytes of chosen pages that the hot buffer had, and that came to it over the link."""
+        """Bytes of chosen pages that the hot buffer had, and that came to it over the link; none
+        while the pool is lost."""
+        if self.is_lost:
+            return {"hot_bytes": 0, "hot_missed_bytes": 0}
         if self._rests:
             self.abandon()  # what capture() has begun
         made = self._decoder.by_layer()
@@ -326,15 +329,19 @@ class DeviceSteps:
         self.writes.abandon()
 
     def reopened(self, pool: CXLPool) -> None:
-        """Go on in a new pool. With graphs it raises RuntimeError, which ends the engine: they hold
-        addresses of the lost pool, and would return wrong outputs silently."""
+        """Go on in a new pool. Where that fails this stays lost, and may be called again. With
+        graphs it raises RuntimeError, which ends the engine: they hold addresses of the lost pool,
+        and would return wrong outputs silently."""
         if self.captures:
             raise RuntimeError(
                 "cxlkv: the pool was lost and is open again, but this engine's CUDA graphs have "
                 'addresses of the old one: start it anew, or without "index": "device"'
             )
+        self.is_lost = True
         self.close()
-        self._open(pool)
+        self._placed.clear()
+        with gpu_errors("attention in the pool that is open again"):
+            self._open(pool)
 
     def close(self) -> None:
         self.abandon()

@@ -12,7 +12,7 @@ import pytest
 
 from cxlkv import CXLPool, KVLayout, _core
 from cxlkv.adapters.common.reopening import Reopening
-from cxlkv.errors import ClosedError, CXLKVError, HostError
+from cxlkv.errors import ClosedError, CXLKVError, HostError, MemoryShortError
 
 from ...support.states import states_of
 from ...support.waiting import until
@@ -129,6 +129,49 @@ def test_nothing_ends_what_looks_after_it(
         assert reopening.take() is machines.made[1]
 
 
+@pytest.mark.parametrize("error", [MemoryShortError("too little"), OSError(24, "too many files")])
+def test_a_use_that_fails_is_tried_again_after_a_look(
+    machines: Machines, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    caplog.set_level(logging.WARNING, "cxlkv")
+    used, failing = list[CXLPool](), [True]
+
+    def go_on(pool: CXLPool) -> None:
+        used.append(pool)
+        if failing:
+            raise error
+
+    def uses(count: int) -> bool:
+        assert reopening.use(go_on) in (None, error)
+        return len(used) >= count
+
+    machines.take_number()
+    reopening = machines.look_after(lambda: machines.open(1))
+    until(lambda: uses(3))
+    failing.clear()
+    until(lambda: uses(4))
+    assert used == machines.made[1:] * 4
+    reopening._offer()
+    assert reopening.take() is None
+    said = [one.getMessage() for one in caplog.records]
+    assert sum("cannot be used yet" in text and str(error) in text for text in said) == 1
+
+
+def test_a_use_that_has_failed_is_no_use_of_a_pool_that_is_lost(machines: Machines) -> None:
+    """What comes next is the pool that is opened after it."""
+    machines.take_number()
+    reopening = machines.look_after(lambda: machines.open(len(machines.made)))
+    until(lambda: reopening._opened is not None)
+
+    def fail(pool: CXLPool) -> None:
+        reopening._pool = machines.made[0]  # as its thread has it, when it is open again
+        raise MemoryShortError("too little")
+
+    assert reopening.use(fail) is not None
+    reopening._offer()
+    assert reopening.take() is None
+
+
 def test_it_is_lost_again_and_again(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also what was opened and not taken yet."""
     look, lost = _core.pool_hosts, {id(machines.pool._handle)}
@@ -153,6 +196,17 @@ def test_what_was_opened_and_not_taken_is_closed(machines: Machines) -> None:
     machines.take_number()
     reopening = machines.look_after(lambda: machines.open(1))
     until(lambda: len(machines.made) == 2)
+    reopening.close()
+    assert why(machines.made[1]) is ClosedError
+
+
+def test_what_could_not_be_used_is_closed(machines: Machines) -> None:
+    def fail(pool: CXLPool) -> None:
+        raise MemoryShortError("too little")
+
+    machines.take_number()
+    reopening = Reopening(machines.pool, lambda: machines.open(1), EVERY_S)
+    until(lambda: reopening.use(fail) is not None)
     reopening.close()
     assert why(machines.made[1]) is ClosedError
 
