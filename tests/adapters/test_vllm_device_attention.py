@@ -156,6 +156,34 @@ def test_what_a_request_leaves_is_lost_alone_where_the_device_has_no_memory(
     assert not worker._ring._taken
 
 
+def test_no_save_begins_while_the_pool_is_lost(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each step that would fail no block is copied."""
+    called = list[str]()
+    monkeypatch.setattr(Link, "gather", noted(called, "gather"))
+    engine = engines()
+    worker = engine.ranks[0].worker
+    assert isinstance(worker, DeviceAttention)
+    engine._lose()
+    engine.serve("a", text(1, 22))
+    worker._saver.wait()
+    assert (len(called), worker._saver._requests.failures()) == (3, {"host": 1})
+    for _ in range(3):
+        engine.step()
+    engine.serve("b", text(2, 22))
+    engine.end("b")
+    engine.step()
+    worker._saver.wait()
+    assert (len(called), worker._saver._requests.failures()) == (3, {"host": 1})
+    assert not worker._ring._taken
+    for scheduler in (True, False):
+        engine.find(scheduler=scheduler)
+    worker._saver.wait()
+    engine.step()
+    assert (engines.published(), engine.wrongly_stored) == (7, [])
+
+
 @pytest.mark.parametrize("units", [1, 2])
 def test_of_what_a_request_leaves_as_much_is_saved_as_there_is_memory_for(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, units: int

@@ -130,6 +130,8 @@ class DeviceAttention(EngineAttention):
 
     def _plan(self) -> list[_Writing]:
         """What this step completes. Its copies begin when its layers are computed."""
+        if self._saver.is_lost():
+            return []
         upto, planned, room = dict[str, int](), set[bytes](), self._ring.room // self._unit_bytes
         for name, held in self._held.items():
             if not held.scheduled or not held.options.save or held.awaits:
@@ -229,6 +231,8 @@ class DeviceAttention(EngineAttention):
 
     def _store_states(self, states: StateMemory, name: str, keys: PageKeys, blocks: Blocks) -> None:
         assert isinstance(states, DeviceStates)
+        if self._saver.is_lost():
+            return
         memory = self._state_ring.take(states.states.bytes)
         if memory is None:
             self._report.failures["late"] += 1
@@ -244,7 +248,7 @@ class DeviceAttention(EngineAttention):
 
     def _save_left(self, left: Left) -> None:
         name, held = left.request, self._held.get(left.request)
-        if held is None or not self._may_leave(name, held):
+        if held is None or not self._may_leave(name, held) or self._saver.is_lost():
             return
         whole, keys = self._complete_keys(held, left)
         end = len(keys) // KEY_BYTES

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cxlkv.adapters.common.metrics import LOST
 from cxlkv.adapters.common.requests import PoolRequests
 from cxlkv.adapters.vllm.device_blocks import Staged
 from cxlkv.adapters.vllm.device_states import StagedStates
@@ -150,7 +151,7 @@ class Saver:
         self._outcome, self._told = Outcome(), Counter[str]()
         self._waiting: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
-        self._is_working = self._ended = False
+        self._is_working = self._ended = self._lost = False
         self._thread: threading.Thread | None = None
         self._threaded = threaded
         lifetime.watch(self)
@@ -183,6 +184,18 @@ class Saver:
 
     def reopened(self, pool: CXLPool, tiers: Tiers) -> None:
         self._put(partial(self._reopen, pool, tiers))
+
+    def is_lost(self) -> bool:
+        """Whether saves are in vain, as the pool was lost and is not open again yet."""
+        if self._lost:
+            try:
+                self._pool.admin.hosts()
+            except LOST:
+                return True
+            except CXLKVError:  # a pool of one host, which has no others
+                pass
+            self._lost = False
+        return False
 
     def take(self) -> Outcome:
         """What has happened since the last call."""
@@ -261,7 +274,7 @@ class Saver:
             try:
                 saved = self._adopt(text)
             except CXLKVError as error:
-                self._requests.fail("save", error)
+                self._fail("save", error)
                 saved = self._units.get(text.name, 0)
             if saved < text.first:
                 with self._changed:
@@ -293,7 +306,7 @@ class Saver:
         except CXLKVError as error:
             is_full = isinstance(error, PoolFullError)
             if not is_full or not is_told:
-                self._requests.fail("full" if is_full else "save", error)
+                self._fail("full" if is_full else "save", error)
             if is_full and len(wanted) > 1:  # nothing was written; some may fit alone
                 return [one for each in wanted for one in self._written(save, [each], True)]
             for place, _ in wanted:
@@ -328,7 +341,7 @@ class Saver:
         try:
             self._requests.store(name, keys)
         except CXLKVError as error:
-            self._requests.fail("save", error)
+            self._fail("save", error)
             self._let_go(name, for_good=True)
             return
         if self._requests.stored(name) < text.end * self._unit:  # the quota refused it
@@ -352,7 +365,7 @@ class Saver:
                 return
             self._requests.store_states(text.name, unpacked(text.keys, self._unit), found)
         except CXLKVError as error:
-            self._requests.fail("full" if isinstance(error, PoolFullError) else "save", error)
+            self._fail("full" if isinstance(error, PoolFullError) else "save", error)
         finally:
             ring.give_back()
 
@@ -364,6 +377,10 @@ class Saver:
             with self._changed:
                 self._outcome.dropped.add(name)
 
+    def _fail(self, kind: str, error: CXLKVError) -> None:
+        self._lost = self._lost or isinstance(error, LOST)
+        self._requests.fail(kind, error)
+
     def _is_cancelled(self, name: str) -> bool:
         with self._changed:
             return name in self._cancelled
@@ -373,7 +390,7 @@ class Saver:
             if priority:
                 self._requests.prioritize(unpacked(keys, self._unit), priority)
         except CXLKVError as error:
-            self._requests.fail("save", error)
+            self._fail("save", error)
         self._let_go(name)
         with self._changed:
             self._ends -= Counter([name])
