@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ from cxlkv.adapters.vllm import device_attention, device_blocks  # noqa: E402  t
 from cxlkv.adapters.vllm.device_attention import DeviceAttention  # noqa: E402
 from cxlkv.adapters.vllm.device_blocks import DeviceMemory, Link  # noqa: E402
 from cxlkv.adapters.vllm.loading import Load, Part  # noqa: E402
+from cxlkv.adapters.vllm.saving import Saver  # noqa: E402
 from cxlkv.gpu.read import PageReader  # noqa: E402
 
 
@@ -233,6 +235,36 @@ def test_a_load_ends_also_where_the_device_has_failed(
     with pytest.raises(RuntimeError, match="illegal memory access"):
         load.run(())
     assert (load.has_ended, part.has_failed) == (True, True)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Load, "run"), (Saver, "_save")])
+def test_nothing_is_on_its_way_when_the_engine_takes_the_memory_of_its_blocks(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, kind: type, name: str
+) -> None:
+    first, second = engines(), engines(load="async")
+    first.serve("a", text(1, 22))
+    held, may_go, ended = getattr(kind, name), threading.Event(), list[str]()
+
+    def slow(*given: object) -> None:
+        may_go.wait()
+        ended.append("moves")
+        held(*given)
+
+    monkeypatch.setattr(kind, name, slow)
+    second.ranks[0].wait_for_saves = lambda: None  # type: ignore[method-assign]
+    second.serve("a" if kind is Load else "b", text(1 if kind is Load else 2, 22))
+    worker = second.ranks[0].worker
+
+    def rest() -> None:
+        worker.rest()
+        ended.append("rests")
+
+    resting = threading.Thread(target=rest)
+    resting.start()
+    resting.join(0.05)  # time to do it too early
+    may_go.set()
+    resting.join()
+    assert ended == ["moves", "rests"]
 
 
 def test_a_load_takes_little_memory_of_the_device(

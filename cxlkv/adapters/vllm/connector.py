@@ -650,6 +650,13 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         assert self._workers, "called before register_kv_caches(), or in the scheduler"
         return self._workers[0]
 
+    def unregister_kv_caches(self) -> None:
+        """The engine takes its blocks' memory away, and runs no step until it has them again, at
+        the same addresses: from vLLM 0.33 on, before it sleeps."""
+        for worker in self._workers:
+            if isinstance(worker, EngineAttention):
+                worker.rest()
+
     def shutdown(self) -> None:
         for part in (*self._reopening, self.scheduling, *self._workers):
             if part is not None:

@@ -108,6 +108,10 @@ class DeviceAttention(EngineAttention):
         if self._now is not None:
             self._now.wait(len(self._blocks) + 1)  # until it has ended
 
+    def rest(self) -> None:
+        super().rest()
+        self._saver.wait()
+
     # ---- saves ----
 
     def hear(self, message: Message) -> None:

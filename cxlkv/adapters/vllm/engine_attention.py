@@ -316,6 +316,12 @@ class EngineAttention:
         if self._now is not None and name in self._layers:
             self._now.wait(self._layers[name] + 1)
 
+    def rest(self) -> None:
+        """Wait until nothing is on its way to or from the engine's blocks."""
+        for load in (self._now, *(load for _, load in self._beside)):
+            if load is not None:
+                load.wait(len(self._memory) + 1)  # until it has ended
+
     def finished(self) -> set[str]:
         """Requests whose load beside the steps has ended, well or not. A step that has nothing else
         to do waits for the next one, as Prefetch.rest() does."""
