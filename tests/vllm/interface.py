@@ -1,5 +1,13 @@
 """Compares the methods of our classes with those of vLLM's that they override, and looks for what
-else we use of it where its blocks are on a device; says what parts."""
+else we use of it where its blocks are on a device; says what parts.
+
+To look at another vLLM, which need not be built for CPUs:
+
+    pip download --no-deps -d /tmp vllm==0.33.0
+    unzip -q /tmp/vllm-0.33.0-*.whl '*.py' '*/METADATA' -d /tmp/next
+    sed -i 's/^Version: .*/&+cpu/' /tmp/next/vllm-*/METADATA
+    PYTHONPATH=/tmp/next build/vllm/env/bin/python tests/vllm/interface.py
+"""
 
 from __future__ import annotations
 
@@ -95,6 +103,8 @@ WRITES = {
 """Backends of GPUs, and what do_kv_cache_update() takes; the probe of the blocks calls it."""
 STEP = ["bind", "forward", "start_load_kv", "wait_for_save", "transfers", "errors", "report"]
 """The connector's calls of a step, which has no load that it waits for."""
+NEXT = [("skip_scale", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+"""Parameters of ours that vLLM has from 0.33 on."""
 STOCK = {CpuLatentBackend: cpu_mla.CPUMLABackend, AmxLatentBackend: amx_mla.AMXMLABackend}
 
 
@@ -266,7 +276,7 @@ def main() -> None:
             if not plain or name.startswith("_") or not found:
                 continue
             wanted, has = parameters(found[0]), parameters(getattr(ours, name))
-            if wanted != has:
+            if wanted != has[: len(wanted)] or any(one not in NEXT for one in has[len(wanted) :]):
                 print(f"{ours.__name__}.{name}: {has} here, {wanted} in the engine")
             compared += 1
     for ours, stock in STOCK.items():  # without settings that ask for attention in the pool

@@ -107,8 +107,10 @@ class LatentImpl(MLAAttentionImpl[LatentMetadata]):
         slot_mapping: torch.Tensor,
         kv_cache_dtype: str,
         k_scale: torch.Tensor,
+        skip_scale: bool = False,
     ) -> None:
-        """Keep the step's rows for forward_mqa(); slots are of request rows, which hold nothing."""
+        """Keep the step's rows for forward_mqa(); slots are of request rows, which hold nothing.
+        skip_scale: vLLM has it from 0.33 on."""
         self._latents = torch.cat([kv_c_normed[:, None], k_pe], dim=2)
 
     def forward_mqa(
