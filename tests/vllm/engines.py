@@ -9,12 +9,21 @@ import sys
 from pathlib import Path
 from typing import TypedDict, cast
 
-from tests.support.processes import kill_group
+from tests.support.processes import ROOT, kill_group
 
-SERVE = Path(__file__).with_name("serve.py")
 VOCABULARY_SIZE = 512
 LAYERS = 3
 BLOCK_TOKENS = 32
+ON_DEVICE: dict[str, object] = {
+    **{"worker_cls": "tests.vllm.gpu_worker.Worker", "async_scheduling": False},
+}
+"""Of engines with attention in the pool: as on a GPU."""
+FORMS: dict[str, tuple[str, dict[str, object]]] = {
+    "engine": ("engine", {}),
+    "pool": ("pool", {"async_scheduling": False}),
+    "device": ("pool", ON_DEVICE),
+}
+"""Where attention is, and what else an engine is started with."""
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -22,6 +31,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TRITON_INTERPRET": "0",  # torch is many times faster
 }
 
 
@@ -74,7 +84,8 @@ class Engine:
         self._log, self._is_ready = log, False
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                [sys.executable, str(SERVE), json.dumps(given)],
+                [sys.executable, "-m", "tests.vllm.serve", json.dumps(given)],
+                cwd=ROOT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,

@@ -102,9 +102,8 @@ class Nursery(forked.Nursery[Life]):
 
     def __init__(self, model: Path, folder: Path):
         self._model = model
-        environment = {**os.environ, **ENVIRONMENT}
-        environment.pop("TRITON_INTERPRET", None)  # torch is many times faster without it
-        super().__init__([sys.executable, "-m", "tests.vllm.lives"], folder, Life, environment)
+        command = [sys.executable, "-m", "tests.vllm.lives"]
+        super().__init__(command, folder, Life, {**os.environ, **ENVIRONMENT})
 
     def life(self, extra: dict[str, object] | None = None, **settings: object) -> Life:
         """extra: its kv_connector_extra_config, None: no connector. ready() waits for it."""

@@ -10,21 +10,15 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 import numpy as np
 
-from .engines import BLOCK_TOKENS, ENVIRONMENT, VOCABULARY_SIZE, settings_of
+from .engines import BLOCK_TOKENS, ENVIRONMENT, ON_DEVICE, VOCABULARY_SIZE, settings_of
 from .forked import Tokens
 from .tiny_models import SHAPE, saved, tiny
 
-if TYPE_CHECKING:
-    import torch
-
-    from cxlkv.adapters.vllm.settings import Settings
-
 os.environ.update(ENVIRONMENT, VLLM_LOGGING_LEVEL="WARNING")
-os.environ.pop("TRITON_INTERPRET", None)  # which pytest has set: torch is many times faster
 
 Found = dict[str, object]
 
@@ -43,7 +37,10 @@ def models(folder: Path) -> Found:
 
 
 class Run:
-    """An engine in this process; extra: the connector's settings, None: stock."""
+    """An engine in this process; extra: the connector's settings, None: stock. on_device: of all
+    runs with a connector, which are as on a GPU."""
+
+    on_device: ClassVar[Found | None] = None
 
     def __init__(
         self,
@@ -56,8 +53,10 @@ class Run:
 
         if extra is not None:
             pool = {"attention": "pool", "where": str(folder / "a.pool"), "capacity": "64MiB"}
-            extra = {**pool, **extra}
+            extra = {**pool, **(self.on_device or {}), **extra}
         own: Found = {"model": str(folder / model), "max_num_seqs": 8, "disable_log_stats": False}
+        if extra is not None and self.on_device is not None:
+            own.update(ON_DEVICE)
         given = settings_of(extra, **{**own, **(settings or {})})
         self.llm = LLM(**given)
         core = self.llm.llm_engine.engine_core.engine_core
@@ -197,49 +196,12 @@ def fp8_bytes(folder: Path) -> Found:
 
 
 def as_on_a_gpu(folder: Path, run: Callable[[Path], Found], **own: object) -> Found:
-    """A run with what CUDA engines use: their backend, and steps of tensors on a device, here the
-    host's. own: settings. Whether the engine's kernels and streams go with it takes a GPU."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    """A run with the worker of gpu_worker.py. own: settings."""
+    Run.on_device = own
+    found = run(folder)
+    from .gpu_worker import Steps
 
-    from cxlkv import Budget, CXLPool
-    from cxlkv.adapters.vllm import connector, device_steps, plugin
-    from cxlkv.adapters.vllm.device_steps import DeviceSteps, Engine
-
-    plugin.register()
-    path = "cxlkv.adapters.vllm.attention_backend.GpuPoolBackend"
-    stock = AttentionBackendEnum.CPU_ATTN.get_path()
-    made: list[object] = []
-
-    class Noted(DeviceSteps):
-        def __call__(self, *given: object) -> device_steps.DeviceStep:
-            made.append(given)
-            return super().__call__(*given)  # type: ignore[arg-type]
-
-    begin = Run.__init__
-
-    def chosen(
-        self: Run, folder: Path, extra: Found | None = None, *given: object, **more: object
-    ) -> None:
-        register_backend(AttentionBackendEnum.CPU_ATTN, stock if extra is None else path)
-        settings = None if extra is None else {**own, **extra}
-        begin(self, folder, settings, *given, **more)  # type: ignore[arg-type]
-
-    def steps_on(
-        device: torch.device,
-        pool: CXLPool,
-        layers: list[device_steps.Attends],
-        sizes: tuple[int, int, int],
-        settings: Settings,
-    ) -> DeviceSteps:
-        requests, rows, tokens_max = sizes
-        first = layers[0]
-        engine = Engine(device, requests, rows, first.num_heads, tokens_max, first.scores)
-        how = (settings.budget or Budget(share=1.0), settings.method, settings.hot, settings.index)
-        return Noted(pool, engine, *how)
-
-    vars(connector)["steps_on"] = steps_on
-    Run.__init__ = chosen  # type: ignore[method-assign]
-    return {**run(folder), "steps": len(made)}
+    return {**found, "steps": Steps.made}
 
 
 def chosen_on_cuda(folder: Path) -> Found:
@@ -420,6 +382,9 @@ RUNS = {
     "gpu_speculated": lambda folder: as_on_a_gpu(folder, speculated),
     "gpu_damaged": lambda folder: as_on_a_gpu(folder, damaged),
     "chosen_on_cuda": chosen_on_cuda,
+    "gpu_preempted": lambda folder: as_on_a_gpu(folder, preempted),
+    "gpu_space": lambda folder: as_on_a_gpu(folder, space),
+    "gpu_budgets": lambda folder: as_on_a_gpu(folder, budgets, index="host"),
     "preempted": preempted,
     "space": space,
     "budgets": budgets,

@@ -48,7 +48,6 @@ class Server:
     def __init__(self, log: Path, port: int, *words: object):
         self.port, self.log = port, log
         environment = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-        environment.pop("TRITON_INTERPRET", None)
         with log.open("w") as file:
             self._process = subprocess.Popen(
                 [sys.executable, *map(str, words)],

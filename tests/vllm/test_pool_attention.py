@@ -107,22 +107,25 @@ def test_custom_is_ours_on_cuda_where_attention_is_in_the_pool(run: Callable[[st
     assert "leave out --attention-backend" in told["engine"]
 
 
-def test_requests_that_were_preempted_go_on(run: Callable[[str], Seen]) -> None:
-    seen = run("preempted")
+@pytest.mark.parametrize("name", ["preempted", "gpu_preempted"])
+def test_requests_that_were_preempted_go_on(name: str, run: Callable[[str], Seen]) -> None:
+    seen = run(name)
     assert seen["equal"]
     assert seen["preemptions"] > 0
     assert not seen["failures"]
 
 
-def test_the_pool_holds_what_the_engine_could_not(run: Callable[[str], Seen]) -> None:
-    seen = run("space")
+@pytest.mark.parametrize("name", ["space", "gpu_space"])
+def test_the_pool_holds_what_the_engine_could_not(name: str, run: Callable[[str], Seen]) -> None:
+    seen = run(name)
     assert seen["equal"] == [True, True]
     assert seen["blocks"] == 8
     assert seen["used"] == [1, 4]
 
 
-def test_budgets_choose_pages(run: Callable[[str], Seen]) -> None:
-    seen = run("budgets")
+@pytest.mark.parametrize("name", ["budgets", "gpu_budgets"])
+def test_budgets_choose_pages(name: str, run: Callable[[str], Seen]) -> None:
+    seen = run(name)
     assert seen["equal"] == [True, True]
     assert seen["audits"] > 0
     assert 0.9 < seen["recall"] <= 1
