@@ -10,18 +10,21 @@ from cxlkv import CXLPool
 
 from ..support.damaging import damage_piece
 from .conftest import MakeEngine
+from .engines import FORMS
 from .forked import Nursery
 from .test_prefixes import check, folder_in, pool_in
 from .test_windows import NEW_TOKENS, PROMPT_TOKENS, die_in, prompts, served
 from .tiny_models import tiny
 
 BLOCK_TOKENS = 16  # of vLLM's MLA on CPUs
-PARTS = {"gpt-oss": 2}  # pages of a block: one for each group of layers
+PARTS = {  # pages of a block
+    ("gpt-oss", "engine"): 2,  # one for each group of layers
+    ("Llama", "device"): 2,  # of 16 tokens
+}
 CACHED = [(tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS for tokens in PROMPT_TOKENS]
-FORMS: dict[str, dict[str, object]] = {"engine": {}, "pool": {"async_scheduling": False}}
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["engine", "pool"])
 @pytest.mark.parametrize("kind", ["DeepSeek-V2", "DeepSeek-V3"])
 def test_tokens_are_those_of_stock_vllm_whatever_becomes_of_engines(
     kind: str, form: str, nursery: Nursery, pools_folder: Path
@@ -29,8 +32,8 @@ def test_tokens_are_those_of_stock_vllm_whatever_becomes_of_engines(
     """Engines are killed in the middle of a save and of a load; the next one finds what is there,
     and computes the rest, also what is damaged."""
     folder, extra = folder_in(pools_folder)
-    extra["attention"] = form
-    settings = {**FORMS[form], "model": str(tiny(kind, pools_folder / "model"))}
+    extra["attention"], given = FORMS[form]
+    settings = {**given, "model": str(tiny(kind, pools_folder / "model"))}
     stock = nursery.life(None, **settings).ready()
     wanted, later = (served(stock, prompts(seed))[0] for seed in (1, 2))
     stock.end()
@@ -68,6 +71,7 @@ def test_tokens_are_those_of_stock_vllm_whatever_becomes_of_engines(
         ("DeepSeek-V2", "engine", 16, None),
         ("DeepSeek-V2", "pool", 16, None),
         ("Llama", "engine", 32, 1),
+        ("Llama", "device", 32, 1),
         ("Qwen3", "engine", 32, 2),
         ("gpt-oss", "engine", 32, 4),
     ],
@@ -84,7 +88,7 @@ def test_engines_of_two_ranks_and_of_one_share_pages(
     head, and where the heads are dealt out among two pools. One rank gives the tokens of stock
     vLLM, as other tests show."""
     folder, extra = folder_in(tmp_path)
-    extra["attention"] = form
+    extra["attention"], of_form = FORMS[form]
     shards = 1 if heads in (None, 1) else 2
     if shards > 1:
         extra["shards"] = shards
@@ -92,7 +96,7 @@ def test_engines_of_two_ranks_and_of_one_share_pages(
     model = str(tiny(kind, tmp_path / "model", **changes))
     hit = [(tokens - 1) // block_tokens * block_tokens for tokens in PROMPT_TOKENS]
     ends = [(tokens + NEW_TOKENS - 1) // block_tokens for tokens in PROMPT_TOKENS]
-    given = {**FORMS[form], "model": model}
+    given = {**of_form, "model": model}
     ranks = {**given, "tensor_parallel_size": 2}
     one = make_engine(extra, **given)  # type: ignore[arg-type]
     two = make_engine(extra, processes=True, **ranks)  # type: ignore[arg-type]
@@ -111,5 +115,5 @@ def test_engines_of_two_ranks_and_of_one_share_pages(
             report, stats, layout = pool.admin.check(deep=True), pool.stats(), pool.layout
         assert report["clean"], report["problems"]
         assert layout.of_layer(0).kv_heads * shards == (heads or 1)
-        assert stats["pages_published"] == 2 * sum(ends) * PARTS.get(kind, 1)
+        assert stats["pages_published"] == 2 * sum(ends) * PARTS.get((kind, form), 1)
         assert stats["pages_total"] - stats["pages_free"] == stats["pages_published"]

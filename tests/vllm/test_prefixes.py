@@ -11,7 +11,7 @@ from cxlkv import CXLPool
 
 from ..support.damaging import damage_piece
 from .conftest import MakeEngine
-from .engines import BLOCK_TOKENS, VOCABULARY_SIZE, Engine
+from .engines import BLOCK_TOKENS, FORMS, VOCABULARY_SIZE, Engine
 
 PROMPT_TOKENS = (300, 96, 97, 31)
 CACHED = [288, 64, 96, 0]  # whole blocks before the last token
@@ -269,10 +269,15 @@ def test_small_pool_changes_nothing(make_engine: MakeEngine, tmp_path: Path, see
     assert stats["pages_free"] < stats["pages_total"] // 10
 
 
-def test_each_rank_has_its_own_shard(make_engine: MakeEngine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["engine", "device"])
+def test_each_rank_has_its_own_shard(form: str, make_engine: MakeEngine, tmp_path: Path) -> None:
     folder, extra = folder_in(tmp_path)
-    engine = make_engine(extra, processes=True, tensor_parallel_size=2)
+    extra["attention"], given = FORMS[form]
+    ranks = {**given, "processes": True, "tensor_parallel_size": 2}
+    stock, engine = make_engine(), make_engine(extra, **ranks)  # type: ignore[arg-type]
     wanted = engine.generate(prompts(), max_tokens=8)["tokens"]
+    assert wanted == stock.generate(prompts(), max_tokens=8)["tokens"]
+    stock.end()
     shards = sorted(folder.glob("*.pool"))
     assert [path.stem[-4:] for path in shards] == ["0of2", "1of2"]
     engine.forget()
