@@ -12,15 +12,18 @@ import faulthandler
 import json
 import os
 import random
+import select
+import signal
 import sys
+import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import count, product
 from pathlib import Path
-from typing import ClassVar, TypedDict, cast
+from typing import ClassVar, NoReturn, TypedDict, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -72,7 +75,8 @@ Bits = npt.NDArray[np.float32 | np.int16 | np.int32]
 class Case(TypedDict):
     """kinds: a window of each layer, 0: full attention. blocks: of the engine, few of them preempt
     requests. damage: whether pages of the pool are damaged on the way. lives: engines, one after
-    the other. fails: the first step of the only one raises when all is computed."""
+    the other; kills: before them, of engines in processes of their own. fails: the first step of
+    the only one raises when all is computed."""
 
     folder: str
     model: str
@@ -81,6 +85,7 @@ class Case(TypedDict):
     kinds: list[int]
     blocks: int
     lives: int
+    kills: int
     fails: bool
     asynchronous: bool
     damage: bool
@@ -470,10 +475,12 @@ class Engine:
         return cast("CXLConnector", self.scheduler.connector)
 
     def add(self, name: str, ids: list[int], most: int) -> None:
+        self.requests[name], self.answers[name] = self.request(name, ids, most), []
+        self.scheduler.add_request(self.requests[name])
+
+    def request(self, name: str, ids: list[int], most: int) -> Request:
         params = SamplingParams(max_tokens=most, temperature=0, stop_token_ids=[STOP])
-        request = Request(name, ids, params, None, block_hasher=self.hasher)
-        self.requests[name], self.answers[name] = request, []
-        self.scheduler.add_request(request)
+        return Request(name, ids, params, None, block_hasher=self.hasher)
 
     def abort(self, name: str) -> None:
         flying = any(name in output.num_scheduled_tokens for output, _ in self.pending)
@@ -606,17 +613,18 @@ def check_answers(engine: Engine) -> None:
         engine.counts["aborted" if aborted else "served"] += 1
 
 
-def check_pool(engine: Engine) -> None:
-    """What the pool has of each text is right, by every bit."""
-    scheduling = engine.ours.scheduling
+def check_pool(engine: Engine, requests: Iterable[Request]) -> int:
+    """What the pool has of each text is right, by every bit; how many tokens that is."""
+    scheduling, found = engine.ours.scheduling, 0
     assert scheduling is not None
-    for request, pool in product(engine.requests.values(), scheduling.pools):
+    for request, pool in product(requests, scheduling.pools):
         hashes = hashes_of(request, scheduling._every, 0)
         keys = block_keys(hashes, engine.runner.block, scheduling.space)
         with pool.match(keys) as hit:
-            engine.counts["pool tokens"] += hit.tokens
+            found += hit.tokens
             if hit:
                 engine.check_hit(pool, hit, Text(list(request.all_token_ids)), request.request_id)
+    return found
 
 
 def fetched(pool: CXLPool, sequence: Sequence, layer: int, first: int, count: int) -> Numbers:
@@ -637,9 +645,13 @@ def run(case: Case, kind: type[Engine] = Engine) -> Told:
     prompts: list[list[int]] = []
     if case["fails"]:
         fail(kind(case, chance))
+    for number in range(case["kills"]):
+        die(case, kind, random.Random(f"{case['seed']} {number}"))
     for life in range(case["lives"]):
         engine = kind(case, chance)
         prompts = prompts or prompts_of(case, chance, engine.scale)
+        if case["kills"] and not life:
+            inherit(engine, prompts)
         live(engine, prompts if life == 0 else chance.sample(prompts, len(prompts) // 2))
         counts.update(engine.counts)
         counts[f"loaded in life {life}"] = engine.runner.connector.loaded
@@ -666,6 +678,55 @@ def fail(engine: Engine) -> None:
     engine.runner.connector.shutdown()
 
 
+def die(case: Case, kind: type[Engine], chance: random.Random) -> None:
+    """An engine is killed at any moment, after it has stored some pages; nothing of it is held."""
+    enough, later_s = chance.randrange(1, case["requests"]), chance.uniform(0, 0.5)
+    process = os.fork()
+    if not process:
+        serve_for_ever(case, kind, chance)
+    with ExitStack() as stack:
+        ended, within_s = os.pidfd_open(process), time.monotonic() + WITHIN_S / 2
+        stack.callback(os.close, ended)
+        pools: dict[str, CXLPool] = {}
+        try:
+            while sum(pool.stats()["pages_published"] for pool in pools.values()) < enough:
+                assert time.monotonic() < within_s, "it stores nothing"
+                assert not select.select([ended], [], [], 0)[0]
+                for path in {*pools_in(case["folder"])} - pools.keys():
+                    pools[path] = stack.enter_context(CXLPool.open(path, threads=1))
+            assert not select.select([ended], [], [], later_s)[0]
+        finally:
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+        for pool in pools.values():
+            assert pool.admin.check(deep=True)["clean"]
+            assert not pool.stats()["pages_held"]
+
+
+def serve_for_ever(case: Case, kind: type[Engine], chance: random.Random) -> NoReturn:
+    try:
+        engine = kind(case, chance)
+        prompts = prompts_of(case, random.Random(case["seed"]), engine.scale)
+        for number in count():
+            serve(engine, prompts, f"{number} of the dead, ")
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
+
+
+def inherit(engine: Engine, prompts: list[list[int]]) -> None:
+    """What killed engines have stored of these and of their answers is right, and is found."""
+    texts = [prompt + answer_of(prompt, 24) for prompt in prompts]
+    requests = [engine.request(f"of the dead {n}", ids, 1) for n, ids in enumerate(texts)]
+    found = [check_pool(engine, [one]) for one in requests]
+    engine.counts["tokens of the dead"] = sum(found)
+    best = found.index(max(found))
+    engine.add("heir", texts[best], 1)
+    while engine.scheduler.has_requests() or engine.pending:
+        engine.step()
+    engine.counts["inherited"] = engine.runner.connector.loaded
+
+
 def live(engine: Engine, prompts: list[list[int]]) -> None:
     case, chance = engine.case, engine.random
     serve(engine, prompts, "a")
@@ -678,7 +739,7 @@ def live(engine: Engine, prompts: list[list[int]]) -> None:
     for path in pools_in(case["folder"]):
         with CXLPool.open(path, threads=1) as pool:
             pool.admin.check(deep=True, repair=True)  # takes out what is damaged, and nothing else
-    check_pool(engine)
+    engine.counts["pool tokens"] += check_pool(engine, engine.requests.values())
     check_answers(engine)
     engine.counts["loaded tokens"] = engine.runner.connector.loaded
     engine.counts.update(engine.runner.counts)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
+from subprocess import TimeoutExpired
 
 import numpy as np
 import pytest
@@ -208,13 +210,13 @@ def test_several_processes_load_beside_the_steps_what_another_engine_stored(
     end(folder, one, two)
 
 
-@pytest.mark.parametrize("attention", ["engine", "pool"])
+@pytest.mark.parametrize("form", FORMS)
 def test_aborts_at_random_and_a_kill_leave_nothing(
-    make_engine: MakeEngine, tmp_path: Path, seed: int, attention: str
+    make_engine: MakeEngine, tmp_path: Path, seed: int, form: str
 ) -> None:
     folder, extra = folder_in(tmp_path)
-    extra = {**extra, "attention": attention}
-    one = make_engine(extra)
+    extra["attention"], given = FORMS[form]
+    one = make_engine(extra, **given)  # type: ignore[arg-type]
     asked = storm_prompts()
     wanted = one.storm(asked, max_tokens=24, share=0.0, seed=seed)
     assert len(wanted["done"]) == 64
@@ -225,17 +227,25 @@ def test_aborts_at_random_and_a_kill_leave_nothing(
     check(folder)
     one.forget()
     one.say(do="storm", prompts=asked, max_tokens=500, share=0.0, seed=seed)
+    chance = Random(seed)
     with pool_in(folder) as pool:  # killed while it stores what it generates
-        before = pool.stats()["pages_published"]
-        while pool.stats()["pages_published"] < before + 64:
+        enough = pool.stats()["pages_published"] + chance.randrange(64, 256)
+        while pool.stats()["pages_published"] < enough:
             assert one.process.poll() is None
+        with pytest.raises(TimeoutExpired):
+            one.process.wait(chance.uniform(0, 0.1))
         one.kill()
         assert pool.admin.check(deep=True)["clean"]
         assert pool.stats()["pages_held"] == 0
-    two = make_engine({**extra, "load": "async"})
+    two = make_engine({**extra, "load": "async"}, **given)  # type: ignore[arg-type]
     found = two.storm(asked, max_tokens=24, share=0.03, seed=seed + 1)
     assert found["done"].items() <= wanted["done"].items()
     assert two.generate([asked[0][:1], asked[0]])["cached"][1] == (len(asked[0]) - 1) // 32 * 32
+    more = two.generate(asked[:8], 48, skip_reading_prefix_cache=True)["tokens"]
+    longer = [ids + new[:40] for ids, new in zip(asked, more, strict=False)]
+    again = two.generate(longer, 8)  # from what was stored before the kill
+    assert again["tokens"] == [new[40:] for new in more]
+    assert again["cached"] == [(len(ids) - 1) // 32 * 32 for ids in longer]
     end(folder, two)
 
 

@@ -31,7 +31,7 @@ LAYERS = {
 }
 USUAL: dict[str, object] = {
     **{"requests": 40, "lives": 1, "fails": False, "kinds": [], "settings": {}, "damage": False},
-    **{"parts": 1, "device": False},
+    **{"parts": 1, "device": False, "kills": 0},
 }
 LAYOUTS = [
     *(("LBHNC", 8, "float32"), ("LBHNC", 4, "bfloat16")),  # heads before tokens
@@ -166,6 +166,21 @@ def test_blocks_of_devices_pages_and_tokens_are_right(
     assert (found["AsyncScheduler"], found["Scheduler"]) == (2, 4)
     wanted = [*HAPPENS, *FLIES, "loaded in life 1", "damaged" if damage else "preempted"]
     assert all(found[name] for name in wanted), found
+
+
+@pytest.mark.parametrize("kinds", [FULL, WINDOWS], ids=["full", "windows"])
+def test_engines_on_devices_are_killed_while_they_save_and_load(
+    device: Program, model: Path, pools_folder: Path, kinds: list[int], seed: int
+) -> None:
+    """At any moment, two of them: what they have stored is right, and another engine finds it."""
+    case = {"kinds": kinds, "blocks": 44 if kinds == FULL else 76, "kills": 2, "model": str(model)}
+    case |= {"layout": "LBNHC", "kernel": 4, "dtype": "bfloat16"}
+    found = Counter[str]()
+    for more, asynchronous in enumerate((True, False)):
+        settings = {"load": "async" if more else "sync", "shards": 2 - more}
+        how = {"asynchronous": asynchronous, "settings": settings}
+        found.update(device.ask(pools_folder, seed + more, **case, **how))
+    assert all(found[name] for name in (*HAPPENS, "tokens of the dead", "inherited")), found
 
 
 def test_layers_are_saved_when_all_parts_of_a_step_have_run(
