@@ -12,6 +12,7 @@ from ..support.damaging import damage_piece
 from .conftest import MakeEngine
 from .engines import FORMS
 from .forked import Nursery
+from .test_metrics import failures, metrics
 from .test_prefixes import check, folder_in, pool_in
 from .test_windows import NEW_TOKENS, PROMPT_TOKENS, die_in, prompts, served
 from .tiny_models import tiny
@@ -97,7 +98,7 @@ def test_engines_of_two_ranks_and_of_one_share_pages(
     hit = [(tokens - 1) // block_tokens * block_tokens for tokens in PROMPT_TOKENS]
     ends = [(tokens + NEW_TOKENS - 1) // block_tokens for tokens in PROMPT_TOKENS]
     given = {**of_form, "model": model}
-    ranks = {**given, "tensor_parallel_size": 2}
+    ranks = {**given, "tensor_parallel_size": 2, "disable_log_stats": False}
     one = make_engine(extra, **given)  # type: ignore[arg-type]
     two = make_engine(extra, processes=True, **ranks)  # type: ignore[arg-type]
     first = one.generate(prompts(1), NEW_TOKENS)
@@ -106,6 +107,7 @@ def test_engines_of_two_ranks_and_of_one_share_pages(
     assert (found["tokens"], again["tokens"]) == (first["tokens"], second["tokens"])
     assert (first["cached"], second["cached"]) == ([0, 0, 0], [0, 0, 0])
     assert (found["cached"], again["cached"]) == (hit, hit)
+    assert failures(metrics(two, lambda found: bool(found["vllm:cxlkv_hit_tokens"]))) == 0
     one.end()
     two.end()
     paths = list(folder.glob("*.pool"))
