@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from cxlkv.adapters.vllm.device_blocks import DeviceMemory, Link
-from cxlkv.adapters.vllm.device_loads import DeviceLoad, reader_of
+from cxlkv.adapters.vllm.device_loads import DeviceLoad, is_emulated, reader_of
 from cxlkv.adapters.vllm.device_states import DeviceStates
 from cxlkv.adapters.vllm.engine_attention import ALONE, EngineAttention, Share, _Writing
 from cxlkv.adapters.vllm.groups import BlockGroup
@@ -101,7 +101,8 @@ class DeviceAttention(EngineAttention):
     # ---- loads ----
 
     def _load(self, parts: list[Part]) -> Load:
-        return DeviceLoad(self.pool, parts, self.settings.deadline_s, self._link, self._reader)
+        reader = None if is_emulated(self.pool) else self._reader
+        return DeviceLoad(self.pool, parts, self.settings.deadline_s, self._link, reader)
 
     def start_loads(self) -> None:
         super().start_loads()

@@ -13,6 +13,7 @@ from contextlib import suppress
 import numpy as np
 import torch
 
+from cxlkv import _io_hooks
 from cxlkv.adapters.vllm.device_blocks import BUFFERS, DeviceMemory, Link, Reading
 from cxlkv.adapters.vllm.loading import BlockMemory, Load, Part
 from cxlkv.errors import CXLKVError, MemoryShortError, RegistrationError, UnsupportedError
@@ -31,6 +32,11 @@ def reader_of(pool: CXLPool, device: torch.device) -> PageReader | None:
     except (MemoryShortError, RegistrationError, UnsupportedError) as error:
         log.info("cxlkv: hits come to %s by way of pinned memory: %s", device, error)
         return None
+
+
+def is_emulated(pool: CXLPool) -> bool:
+    """Whether its link is: then the host copies, whose copies take as long as that says."""
+    return _io_hooks.subscriber is not None and "emulated" in pool.describe()
 
 
 class DeviceLoad(Load):
