@@ -116,6 +116,7 @@ static helpers *helpers_make(uint32_t helper_count) {
     for (uint32_t i = 0; i < helper_count; i++) {
         if (pthread_create(&h->threads[i], NULL, helper_main, h) != 0) break;
         h->thread_count++;
+        team_count_own(1);
     }
     return h;
 }
@@ -127,6 +128,7 @@ void helpers_destroy(helpers *h) {
     pthread_cond_broadcast(&h->work);
     pthread_mutex_unlock(&h->lock);
     for (uint32_t i = 0; i < h->thread_count; i++) pthread_join(h->threads[i], NULL);
+    team_count_own(-(int)h->thread_count);
     pthread_mutex_destroy(&h->run_lock);
     pthread_mutex_destroy(&h->lock);
     pthread_cond_destroy(&h->work);
