@@ -157,16 +157,21 @@ typedef struct value_rows {
 } value_rows;
 
 /* `vectors` (1 or 4) times 16 columns of the accumulator, in registers over all rows; of the last
- * vector only those in `mask`. The columns begin `offset` bytes behind the rows. */
+ * vector only those in `mask`. The columns begin `offset` bytes behind the rows. As many lines of
+ * the next pieces as a row has here are asked for with it, if `asks`: in one burst before the rows
+ * they made attention 1.25 to 1.45 times as slow. */
 INLINE void accumulate_columns(int dtype, int vectors, __mmask16 mask, const value_rows *rows,
                                size_t offset, const float *weights, size_t weight_stride,
-                               int queries_here, float *accumulator, uint32_t dim) {
+                               int queries_here, float *accumulator, uint32_t dim, bool asks) {
+    size_t share = vectors * LANES * element_bytes(dtype);
     __m512 sums[4][4];
     UNROLL for (int j = 0; j < queries_here; j++) UNROLL for (int v = 0; v < vectors; v++)
         sums[j][v] = _mm512_maskz_loadu_ps(v + 1 < vectors ? (__mmask16)0xffff : mask,
                                            accumulator + (size_t)j * dim + v * LANES);
-    for (uint32_t i = 0; i < rows->count; i++, weights += rows->tokens)
+    for (uint32_t i = 0; i < rows->count; i++, weights += rows->tokens) {
+        const char *next = asks && rows->next[i] ? rows->next[i] + rows->tokens * offset : NULL;
         for (size_t t = 0; t < rows->tokens; t++) {
+            if (next) prefetch(next + t * share, share);
             const char *source = rows->pieces[i] + offset + t * rows->row_bytes;
             __m512 row[4];
             UNROLL for (int v = 0; v + 1 < vectors; v++)
@@ -179,28 +184,24 @@ INLINE void accumulate_columns(int dtype, int vectors, __mmask16 mask, const val
                     _mm512_fmadd_ps(row[v], weight, sums[j][v]);
             }
         }
+    }
     UNROLL for (int j = 0; j < queries_here; j++) UNROLL for (int v = 0; v < vectors; v++)
         _mm512_mask_storeu_ps(accumulator + (size_t)j * dim + v * LANES,
                               v + 1 < vectors ? (__mmask16)0xffff : mask, sums[j][v]);
 }
 
-/* What comes next is asked for, one share with each strip of columns, if `asks`. */
 INLINE void accumulate_block(int dtype, const value_rows *rows, const float *weights,
                              size_t weight_stride, int queries_here, float *accumulator,
                              uint32_t dim, bool asks) {
     enum { WIDE = 4 * LANES };
     size_t bytes = element_bytes(dtype);
     uint32_t d = 0;
-    for (; d + WIDE <= dim; d += WIDE) {
-        for (uint32_t i = 0; asks && i < rows->count; i++)
-            if (rows->next[i])
-                prefetch(rows->next[i] + rows->tokens * d * bytes, rows->tokens * WIDE * bytes);
+    for (; d + WIDE <= dim; d += WIDE)
         accumulate_columns(dtype, 4, 0xffff, rows, d * bytes, weights, weight_stride, queries_here,
-                           accumulator + d, dim);
-    }
+                           accumulator + d, dim, asks);
     for (; d < dim; d += LANES)
         accumulate_columns(dtype, 1, first_lanes(dim - d), rows, d * bytes, weights, weight_stride,
-                           queries_here, accumulator + d, dim);
+                           queries_here, accumulator + d, dim, false);
 }
 
 INLINE void accumulate_rows(int dtype, const value_rows *rows, uint32_t dim, const float *weights,
