@@ -41,6 +41,7 @@ from cxlkv.gpu.mailbox import Mailbox
 from cxlkv.gpu.mapping import Mapping
 from cxlkv.gpu.read import PageReader
 from cxlkv.machine import lifetime
+from cxlkv.machine.prefault import AsUsed
 from cxlkv.ops.metrics import PoolCollector, StatsCollector
 from cxlkv.pages import layout_crc
 from cxlkv.pool import Pool
@@ -549,6 +550,12 @@ def a_reader_of_pages(world: World) -> Subject:
     return Subject(reader, use, reader.close, ClosedError)
 
 
+def huge_pages_as_used(world: World) -> Subject:
+    ahead = AsUsed(world.pool()._handle)
+    ahead.start()
+    return Subject(ahead, lambda: None, ahead.end)
+
+
 class Row(NamedTuple):
     """covers: names of public classes, and of those with threads, locks or sockets."""
 
@@ -594,6 +601,7 @@ OBJECTS = (
     Row(a_cache_of_transformers, "CXLCache"),
     Row(a_model_with_hints, "Hints"),
     Row(a_mailbox, "Mailbox"),
+    Row(huge_pages_as_used, "AsUsed"),
     Row(a_mapping, "Mapping"),
     Row(a_reader_of_pages, "PageReader"),
 )

@@ -26,7 +26,7 @@ from cxlkv.errors import (
     state_of,
 )
 from cxlkv.layout import KVLayout, differences, format_bytes
-from cxlkv.machine import numa_mode
+from cxlkv.machine import numa_mode, prefault
 from cxlkv.machine.coherence import (
     AUTO,
     DURABLE,
@@ -115,6 +115,9 @@ class Pool(Closing):
         self.hotness = Hotness(handle)
         self.records = Records(handle)
         self.before_close = BeforeClose()
+        self.is_prefaulted = False
+        """Whether its memory comes into place otherwise than by use. Else a thread makes huge pages
+        ahead of that, from the first sequence on."""
         self._lent: list[weakref.ref[object]] = []  # to the views of the region that are in use
         if os.environ.get(numa_mode.VARIABLE):
             self._emulate()
@@ -184,6 +187,7 @@ class Pool(Closing):
             handle = _core.pool_create(*described, force, own, mask, in_place, made, replace, small)
             pool = kind(handle, path)._with_threads(threads)
             if huge is not None:
+                pool.is_prefaulted = True
                 pool.admin.prefault(huge=huge)
             return pool
         except BaseException:  # the caller never gets the pool
@@ -272,6 +276,7 @@ class Pool(Closing):
             )
         if wanted.huge is not None:
             try:
+                pool.is_prefaulted = True
                 pool.admin.prefault(huge=wanted.huge)
             except BaseException:
                 pool.close()
@@ -457,6 +462,16 @@ class Pool(Closing):
         view, reference = _core.pool_view(self._handle)
         self._lent = [lent for lent in self._lent if lent() is not None] + [reference]
         return view
+
+    def _make_huge_pages(self) -> None:
+        if self.is_prefaulted:
+            return
+        self.is_prefaulted = True
+        big = _core.pool_memory(self._handle)[1] >= prefault.LEAST_BYTES
+        if big and self._sharing()[0] == "host":
+            ahead = prefault.AsUsed(self._handle)
+            ahead.start()
+            self.before_close(ahead.end)
 
     def close(self) -> None:
         """Release all of this process's sequences and unmap; a second time does nothing.

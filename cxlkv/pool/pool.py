@@ -82,6 +82,7 @@ class CXLPool(Pool, stores="K and V"):
 
     def sequence(self) -> Sequence:
         """A new, empty sequence."""
+        self._make_huge_pages()
         return Sequence(self._handle, self.layout, _core.sequence_create(self._handle))
 
     def batch(self, sequences: Sequences[Sequence]) -> Batch:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import threading
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +14,7 @@ import pytest
 from cxlkv import CXLPool, KVLayout, _core
 from cxlkv.errors import ClosedError
 from cxlkv.machine import prefault as prefaulting
+from cxlkv.machine.topology import gives_huge_pages, probe
 
 from ..support.waiting import until
 
@@ -39,6 +43,7 @@ def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def test_all_of_it_is_there_then_and_nothing_has_changed(where: str) -> None:
     with CXLPool.create(where, layout=LAYOUT, capacity=SIZE) as pool:
+        pool.is_prefaulted = True  # nothing of it comes by itself
         size = _core.pool_memory(pool._handle)[1]
         rows = np.random.default_rng(1).standard_normal((64, 2, 64)).astype(np.float32)
         sequence = pool.sequence()
@@ -99,3 +104,50 @@ def test_offsets_of_nowhere_and_a_file_that_was_cut(
         os.truncate(path, SIZE // 2)
         with pytest.raises(OSError, match="cannot be brought into memory"):
             pool.admin.prefault()
+
+
+BIG = 160 << 20
+
+
+def makes_huge_pages() -> bool:
+    return gives_huge_pages(probe())
+
+
+@pytest.mark.skipif(not makes_huge_pages(), reason="this kernel makes no huge pages of a pool")
+def test_what_is_used_lies_in_huge_pages_and_what_comes_next() -> None:
+    """Also what was used before they were made; of the rest of the pool nothing is there."""
+    with CXLPool.create("anonymous:", layout=LAYOUT, capacity=BIG) as pool:
+        sequence, rows = pool.sequence(), np.zeros((1024, 2, 64), np.float32)
+        for _ in range(20):
+            for layer in range(2):
+                sequence.append(layer, rows, rows)
+        begin, end = prefaulting._used(pool._handle)
+        assert begin > 40 << 20
+        until(lambda: pool.admin.huge_bytes() >= end + BIG // 10)
+        assert pool.admin.huge_bytes() < end + BIG / 6
+        assert pool.admin.check(deep=True)["clean"]
+        (thread,) = (one for one in threading.enumerate() if one.name == "cxlkv-huge-pages")
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("how", ["small", "never", "prefaulted", "unused"])
+def test_no_thread_makes_huge_pages_where_they_are_not_wanted(how: str) -> None:
+    """Of a pool that has them already, is small, or has no sequence of this process."""
+    huge = {"never": "never", "prefaulted": "try"}.get(how)
+    capacity = SIZE // 4 if how == "small" else SIZE
+    with CXLPool.create("anonymous:", layout=LAYOUT, capacity=capacity, huge=huge) as pool:
+        if how != "unused":
+            pool.sequence()
+        assert "cxlkv-huge-pages" not in {one.name for one in threading.enumerate()}
+
+
+def test_the_thread_keeps_no_pool_that_nobody_has() -> None:
+    pool = CXLPool.create("anonymous:", layout=LAYOUT, capacity=SIZE)
+    pool.sequence()
+    (thread,) = (one for one in threading.enumerate() if one.name == "cxlkv-huge-pages")
+    kept = weakref.ref(pool._handle)
+    del pool
+    gc.collect()
+    until(lambda: kept() is None)
+    thread.join(10)
+    assert not thread.is_alive()

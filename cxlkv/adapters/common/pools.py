@@ -213,6 +213,7 @@ def _but_for_encodings(layout: KVLayout) -> KVLayout:
 def bring_in(pool: Pool, huge: str) -> None:
     """All of its memory, in a thread; before this returns where huge pages are required."""
     try:
+        pool.is_prefaulted = True
         pool.admin.prefault(background=True, huge=huge)
     except BaseException:
         pool.close()

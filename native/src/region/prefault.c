@@ -36,26 +36,30 @@ static bool is_collapsed(uint8_t *at) {
 }
 
 /* Whatever the kernel's setting for shared memory is; what was written stays. A huge page lies on
- * one node. Where none can be had the small ones stay; a hole must have small ones first. */
-static void collapse(const region *of, uint64_t from, uint64_t upto) {
+ * one node. Where none can be had the small ones stay; a hole must have a small one first. False:
+ * there are none here. */
+static bool collapse(const region *of, uint64_t from, uint64_t upto) {
     struct statfs system;
-    if (fstatfs(of->fd, &system) < 0 || system.f_type != TMPFS_MAGIC || nodes_alternate(of)) return;
+    if (fstatfs(of->fd, &system) < 0 || system.f_type != TMPFS_MAGIC || nodes_alternate(of))
+        return false;
     from = from / AREA_ALIGNMENT * AREA_ALIGNMENT;
     upto = min_u64(align_up(upto, AREA_ALIGNMENT),
                    of->mapped_bytes / AREA_ALIGNMENT * AREA_ALIGNMENT);
     for (uint8_t *at = of->base + from; at < of->base + upto; at += AREA_ALIGNMENT)
         if (!is_collapsed(at) && errno == EINVAL)
-            if (populate(of, at, AREA_ALIGNMENT) < 0 || (!is_collapsed(at) && errno == EINVAL))
-                return; /* this kernel makes none, or not here */
+            if (populate(of, at, of->unit_bytes) < 0 || (!is_collapsed(at) && errno == EINVAL))
+                return false; /* this kernel makes none, or not here */
+    return true;
 }
 
 int64_t region_prefault(const region *of, uint64_t offset, uint64_t bytes, uint64_t end,
-                        bool huge) {
+                        uint32_t huge) {
     int64_t code = 0;
     uint64_t unit = of->unit_bytes, from = min_u64(offset, end) / unit * unit;
     uint64_t upto = min_u64(align_up(min_u64(from + min_u64(bytes, end), end), unit),
                             of->mapped_bytes);
-    if (upto > from && huge) collapse(of, from, upto);
+    bool none = upto > from && huge && !collapse(of, from, upto);
+    if (huge == PREFAULT_HUGE_ONLY) return (int64_t)(none ? end : min_u64(upto, end));
     if (upto > from) code = populate(of, of->base + from, upto - from);
     if (code == -EINVAL)
         return fail(ENOTSUP, "this kernel cannot bring memory into place ahead of its use: Linux "
