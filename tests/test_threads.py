@@ -485,7 +485,7 @@ from cxlkv import Budget, CXLPool, KVLayout
 torch.set_num_threads(2)
 torch.ones(1 << 20).sum()
 layout = KVLayout(layers=1, kv_heads=2, head_dim=64, dtype="float32", page_tokens=16)
-with CXLPool.create("anonymous:", layout=layout, capacity="64MiB", threads=2) as pool:
+with CXLPool.create("anonymous:", layout=layout, capacity="16MiB", threads=2) as pool:
     before = len(os.listdir("/proc/self/task"))
     text = pool.sequence()
     k = torch.randn(4096, 2, 64)

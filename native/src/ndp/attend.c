@@ -80,7 +80,8 @@ static void score_whole(const whole_block *b) {
             stored_score(&job->keys, piece_at(b->block, b->block->keys, i, at),
                          b->block->keys[i].row_bytes, 0, b->block->held[i], &queries,
                          job->args->scale, logits_of(b, head) + done, b->block->tokens,
-                         piece_at(b->later, b->later->keys, i, at));
+                         values_are_keys(job->layout) ? piece_at(b->later, b->later->keys, i, at)
+                                                      : piece_at(b->block, b->block->values, i, at));
         }
 }
 
@@ -88,7 +89,7 @@ static void accumulate_page(const whole_block *b, uint32_t head, uint32_t i, uin
     const attend_job *job = b->w->job;
     const cxlkv_layout *layout = job->layout;
     uint32_t at = b->w->s->head_first + head;
-    const uint8_t *next = piece_at(b->later, b->later->values, i, at);
+    const uint8_t *next = piece_at(b->later, b->later->keys, i, at);
     stored_accumulate(&job->values, piece_at(b->block, b->block->values, i, at),
                       b->block->values[i].row_bytes, 0, b->block->held[i],
                       logits_of(b, head) + done, b->block->tokens, b->queries,
@@ -103,7 +104,7 @@ static void accumulate_codes(const whole_block *b, uint32_t head) {
     const void *next[BLOCK_PAGES];
     for (uint32_t i = 0; i < b->block->count; i++) {
         pieces[i] = stored_codes(&job->values, piece_at(b->block, b->block->values, i, at));
-        next[i] = values_are_keys(layout) ? NULL : piece_at(b->later, b->later->values, i, at);
+        next[i] = values_are_keys(layout) ? NULL : piece_at(b->later, b->later->keys, i, at);
     }
     job->isa->code_accumulate_pieces(&job->values.form, pieces, next, b->block->count,
                                      b->block->held[0], logits_of(b, head), b->block->tokens,
@@ -128,7 +129,7 @@ static void accumulate_head(const whole_block *b, uint32_t head) {
     }
     for (uint32_t i = 0; i < b->block->count; i++) {
         values[i] = piece_at(b->block, b->block->values, i, at);
-        next[i] = values_are_keys(layout) ? NULL : piece_at(b->later, b->later->values, i, at);
+        next[i] = values_are_keys(layout) ? NULL : piece_at(b->later, b->later->keys, i, at);
     }
     job->isa->accumulate_pieces((int)layout->dtype, values, next, b->block->count,
                                 b->block->values[0].row_bytes, b->block->held[0],
