@@ -156,10 +156,10 @@ typedef struct value_rows {
     size_t row_bytes;
 } value_rows;
 
-/* `vectors` (1 or 4) times 16 columns of the accumulator, in registers over all rows; of the last
- * vector only those in `mask`. The columns begin `offset` bytes behind the rows. As many lines of
- * the next pieces as a row has here are asked for with it, if `asks`: in one burst before the rows
- * they made attention 1.25 to 1.45 times as slow. */
+/* `vectors` (1, 2 or 4) times 16 columns of the accumulator, in registers over all rows; of the
+ * last vector only those in `mask`. The columns begin `offset` bytes behind the rows. As many lines
+ * of the next pieces as a row has here are asked for with it, if `asks`: in one burst before the
+ * rows they made attention 1.25 to 1.45 times as slow. */
 INLINE void accumulate_columns(int dtype, int vectors, __mmask16 mask, const value_rows *rows,
                                size_t offset, const float *weights, size_t weight_stride,
                                int queries_here, float *accumulator, uint32_t dim, bool asks) {
@@ -193,15 +193,17 @@ INLINE void accumulate_columns(int dtype, int vectors, __mmask16 mask, const val
 INLINE void accumulate_block(int dtype, const value_rows *rows, const float *weights,
                              size_t weight_stride, int queries_here, float *accumulator,
                              uint32_t dim, bool asks) {
-    enum { WIDE = 4 * LANES };
     size_t bytes = element_bytes(dtype);
     uint32_t d = 0;
-    for (; d + WIDE <= dim; d += WIDE)
+    for (; d + 4 * LANES <= dim; d += 4 * LANES)
         accumulate_columns(dtype, 4, 0xffff, rows, d * bytes, weights, weight_stride, queries_here,
+                           accumulator + d, dim, asks);
+    for (; d + 2 * LANES <= dim; d += 2 * LANES)
+        accumulate_columns(dtype, 2, 0xffff, rows, d * bytes, weights, weight_stride, queries_here,
                            accumulator + d, dim, asks);
     for (; d < dim; d += LANES)
         accumulate_columns(dtype, 1, first_lanes(dim - d), rows, d * bytes, weights, weight_stride,
-                           queries_here, accumulator + d, dim, false);
+                           queries_here, accumulator + d, dim, asks);
 }
 
 INLINE void accumulate_rows(int dtype, const value_rows *rows, uint32_t dim, const float *weights,

@@ -77,11 +77,12 @@ static void score_whole(const whole_block *b) {
             uint32_t at = b->w->s->head_first + head;
             kernel_queries queries =
                 queries_range(*all, first_query_of(job, b->w->s, head), b->queries);
+            const uint8_t *next = values_are_keys(job->layout)
+                                      ? piece_at(b->later, b->later->keys, i, at)
+                                      : piece_at(b->block, b->block->values, i, at);
             stored_score(&job->keys, piece_at(b->block, b->block->keys, i, at),
                          b->block->keys[i].row_bytes, 0, b->block->held[i], &queries,
-                         job->args->scale, logits_of(b, head) + done, b->block->tokens,
-                         values_are_keys(job->layout) ? piece_at(b->later, b->later->keys, i, at)
-                                                      : piece_at(b->block, b->block->values, i, at));
+                         job->args->scale, logits_of(b, head) + done, b->block->tokens, next);
         }
 }
 
