@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from cxlkv import CXLPool
+from cxlkv.adapters.vllm.groups import BlockGroup
 from cxlkv.gpu import streams
 from cxlkv.sequence import Batch
 
 from ..support.damaging import damage_piece
-from ..support.paged_engine import TOKENS, Grouping, text
+from ..support.paged_engine import TOKENS, Engine, Grouping, text
 from ..support.paged_engines import Engines, engines_in, use_references
 
 torch = pytest.importorskip("torch", reason="the engine's blocks are torch's")
@@ -59,25 +60,42 @@ def noted(called: list[str], name: str, kind: type = Link) -> object:
     return call
 
 
+def arrive(engine: Engine, name: str) -> None:
+    engine.add(name, text(1, 30))
+    for _ in range(3):
+        engine.step()
+        engine.settle()
+
+
+FULL, WINDOW = BlockGroup(TOKENS), BlockGroup(TOKENS, 10)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [((FULL,), (2,), (0, 0, 0)), ((FULL, WINDOW), (2, 2), (1, 0, 1))],
+    ids=["full", "windows"],
+)
 def test_a_device_that_has_the_pool_registered_reads_it_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    groups: tuple[tuple[BlockGroup, ...], tuple[int, ...], tuple[int, ...]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The host copies where something was wrong, and says what."""
     use_references(monkeypatch)
-    grouping, copied, read = Grouping(on_device=True, reads=True), list[str](), list[str]()
+    grouping, copied, read = Grouping(*groups, on_device=True, reads=True), list[str](), list[str]()
     for kind, name, calls in ((Batch, "fetch_blocks", copied), (PageReader, "copy", read)):
         monkeypatch.setattr(kind, name, noted(calls, name, kind))
     with engines_in(tmp_path, grouping=grouping) as engines:
         first, second = engines(), engines()
         first.serve("a", text(1, 30))
         first.step()
-        second.serve("b", text(1, 30))
+        arrive(second, "b")
         assert len(read) == 3
         assert not copied
         with CXLPool.open(engines.paths[0], threads=1) as pool:
             damage_piece(pool, 3, 1)
-        third = engines()
-        third.serve("c", text(1, 30))
+        arrive(engines(), "c")
         assert copied
         assert "page 3, layer 1, kv head 0: the CRC" in caplog.text
 
