@@ -125,9 +125,9 @@ class WriteThrough(Closing):
 
         Layers come in order, 0 first: it begins a chunk, and takes the pages of all layers. starts
         is as in Batch.append, with whole pages for every sequence, which ends at the end of a page;
-        a single sequence needs none. Queues work and waits for nothing; k and v may be overwritten
-        by what the current stream does next. rewind: as in append(). ahead
-        (with layer 0): how many tokens the caller will append() to each sequence before finish().
+        a single sequence needs none. put() queues its work and waits for nothing; what the current
+        stream does next may overwrite k and v. rewind: as in append(). ahead, with layer 0: how
+        many tokens the caller will append() to each sequence before finish().
 
         Raises PoolFullError, OrderError, UnevenError, BadArgumentError; then the chunk is what it
         was before.

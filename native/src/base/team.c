@@ -23,7 +23,8 @@ typedef struct runtime {
 static runtime found;            /* written under the lock, before `is_found` */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static atomic_bool is_found;
-static atomic_bool is_forked;    /* a team's threads did not come along */
+static atomic_uint forks;        /* of this process's ancestors, since this library was loaded */
+static unsigned found_after;     /* so many: a team's threads do not come along */
 static atomic_ullong seen;       /* libraries that had been loaded when it was last looked for */
 static atomic_ullong look_again; /* ns: one had no team then */
 static atomic_int own_threads;
@@ -55,7 +56,9 @@ static int note_library(struct dl_phdr_info *info, size_t size, void *noted) {
     return all->count == LIBRARIES;
 }
 
-static void forked(void) { atomic_store(&is_forked, true); }
+static void forked(void) { atomic_fetch_add(&forks, 1); }
+
+__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, forked); }
 
 static bool has_runtime(void *library, runtime *to) {
     to->parallel = (parallel_function *)dlsym(library, "GOMP_parallel");
@@ -88,9 +91,10 @@ static bool has_team(void *library, const runtime *of) {
 }
 
 /* A runtime that was loaded for one library alone, as most wheels do. It has a team once somebody
- * has used it; this is not what starts one. */
+ * has used it; this is not what starts one. In a forked child it may wait for its parent's. */
 static bool look_in_libraries(runtime *to) {
     libraries all = {.count = 0};
+    if (atomic_load(&forks)) return false;
     dl_iterate_phdr(note_library, &all);
     for (int i = 0; i < all.count; i++) {
         void *library = dlopen(all.paths[i], RTLD_LAZY | RTLD_NOLOAD);
@@ -110,8 +114,8 @@ static void look(unsigned long long loaded) {
         runtime here;
         atomic_store(&look_again, 0);
         bool there = has_runtime(RTLD_DEFAULT, &here) || look_in_libraries(&here);
-        if (there) there = pthread_atfork(NULL, NULL, forked) == 0;
         if (there) found = here;
+        found_after = atomic_load(&forks);
         atomic_store(&seen, loaded);
         if (there) atomic_store_explicit(&is_found, true, memory_order_release);
     }
@@ -119,7 +123,8 @@ static void look(unsigned long long loaded) {
 }
 
 static bool runtime_is_there(void) {
-    if (atomic_load_explicit(&is_found, memory_order_acquire)) return !atomic_load(&is_forked);
+    if (atomic_load_explicit(&is_found, memory_order_acquire))
+        return atomic_load(&forks) == found_after;
     unsigned long long loaded = 0, again = atomic_load(&look_again);
     dl_iterate_phdr(count_loaded, &loaded);
     if (loaded == atomic_load(&seen) && !(again && boottime_ns() > again)) return false;
