@@ -69,6 +69,8 @@ class DeviceLoad(Load):
         assert self._behind is not None
         link.begin_loads(self._behind)
         parts = [part for part in self.parts if part.sequence is not None]
+        if not parts:
+            return True
         own = [one for one in memory if isinstance(one, DeviceMemory)]
         most = max(min(one.at_once, self._blocks(parts, one)) * one.bytes_of(1) for one in own)
         with reader.using():
